@@ -20,11 +20,14 @@ from kda_ops.stages import Backend
 from tests.support import record_calls
 from tests.support.pretend import described, pretend_gpu
 
-OPERATORS = [
-    pytest.param(record, rank, id=f"{namespace}-{record.name}")
-    for namespace, rank in schemas.VARIANTS.items()
-    for record in schemas.operators(namespace)
-]
+
+def operators(*marks):
+    """Return the operators of both variants as parameters, those of GDN with marks."""
+    return [
+        pytest.param(record, rank, id=f"{namespace}-{record.name}", marks=() if rank else marks)
+        for namespace, rank in schemas.VARIANTS.items()
+        for record in schemas.operators(namespace)
+    ]
 
 
 class NotPlanned(Exception):
@@ -85,23 +88,28 @@ def assert_lawful(call, tensors, gpu, what):
     return True
 
 
-def calls(record, rank, half):
-    """Return calls that differ in what they are given; in either half any two styles meet."""
+def calls(record, rank, every):
+    """Return calls that differ in what they are given: every one, or three.
+
+    Of a variant's three each has another style; among those of both variants any two choices meet.
+    """
     found = []
-    for *flags, (i, style) in product((0, 1), (0, 1), enumerate(("full", "short", "bare"))):
-        if (sum(flags) + i) % 2 != half:
+    for packed, flagged, (i, style) in product(
+        (0, 1), (0, 1), enumerate(("full", "short", "bare"))
+    ):
+        if not every and ((packed + flagged + i) % 2 or packed != (i > 0) ^ rank):
             continue
-        call = record_calls.find(record, rank, *map(bool, flags), style)
+        call = record_calls.find(record, rank, bool(packed), bool(flagged), style)
         if call is not None and all((call.given, call.flags) != known for known, _ in found):
             found.append(((call.given, call.flags), call))
     return [call for _, call in found]
 
 
-@pytest.mark.parametrize("record, rank", OPERATORS)
-@pytest.mark.parametrize("half", (0, pytest.param(1, marks=pytest.mark.nightly)))
-def test_a_plan_serves_what_the_pass_accepts_as_a_new_recording_would(record, rank, half, gpu):
+@pytest.mark.parametrize("record, rank", operators())
+@pytest.mark.parametrize("every", (False, pytest.param(True, marks=pytest.mark.nightly)))
+def test_a_plan_serves_what_the_pass_accepts_as_a_new_recording_would(record, rank, every, gpu):
     changed = set()
-    for call in calls(record, rank, half):
+    for call in calls(record, rank, every):
         BACKEND.forget()
         tensors = call.tensors()
         run(call, tensors, gpu)
@@ -116,7 +124,7 @@ def test_a_plan_serves_what_the_pass_accepts_as_a_new_recording_would(record, ra
     assert changed == {*record.names}
 
 
-@pytest.mark.parametrize("record, rank", OPERATORS)
+@pytest.mark.parametrize("record, rank", operators(pytest.mark.nightly))
 def test_nor_does_a_plan_of_a_strided_argument_serve_other_strides_otherwise(record, rank, gpu):
     call = record_calls.find(record, rank, packed=False, flagged=True, style="full")
     for name in record.names:
