@@ -367,6 +367,7 @@ def test_backward_compiles_under_compiled_autograd(variant, forward):
         torch.testing.assert_close(leaf.grad, dx)
 
 
+@pytest.mark.once
 @pytest.mark.bits
 @pytest.mark.parametrize("layout", ("contiguous", "columns"))
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))

@@ -42,7 +42,7 @@ def run(folder, *arguments):
     return train.main([*SMALL, "--out", str(folder), *arguments])
 
 
-@pytest.mark.parametrize("variant", [[], ["--gdn"]])
+@pytest.mark.parametrize("variant", [[], pytest.param(["--gdn"], marks=pytest.mark.nightly)])
 def test_training_lowers_the_loss_and_writes_its_files(without_compiler, tmp_path, capsys, variant):
     result = run(tmp_path, "--steps", "30", "--lr", "1e-2", *variant)
     assert "aot_eager" in capsys.readouterr().out
@@ -74,9 +74,8 @@ def test_resuming_needs_a_checkpoint(tmp_path):
         run(tmp_path, "--resume")
 
 
-@pytest.mark.parametrize(
-    "mode", ["default", pytest.param("reduce-overhead", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_training_runs_under_inductor(tmp_path, monkeypatch, mode):
     torch._dynamo.reset()
     if not train.can_build_cpp():
@@ -278,7 +277,9 @@ def test_fsdp_under_torchrun_matches_one_process():
     assert "step 2: loss" in out and "losses differ by at most" in out
 
 
-@pytest.mark.parametrize("launcher, words", [((), ()), (TORCHRUN, ("--gdn",))])
+@pytest.mark.parametrize(
+    "launcher, words", [((), ()), pytest.param(TORCHRUN, ("--gdn",), marks=pytest.mark.nightly)]
+)
 def test_a_sequence_over_two_ranks_matches_one_process(launcher, words):
     out = torchrun("examples/context_parallel.py", "--length", "300", *words, launcher=launcher)
     assert "300 tokens on 2 ranks (100, 200)" in out and "dt_bias" in out
