@@ -93,12 +93,10 @@ def calls(record, rank, every):
 
     Of a variant's three each has another style; among those of both variants any two choices meet.
     """
-    found = []
-    for packed, flagged, (i, style) in product(
-        (0, 1), (0, 1), enumerate(("full", "short", "bare"))
-    ):
-        if not every and ((packed + flagged + i) % 2 or packed != (i > 0) ^ rank):
-            continue
+    other, found = 1 - rank, []
+    three = (rank, other, "full"), (other, rank, "short"), (rank, rank, "bare")
+    each = product((0, 1), (0, 1), ("full", "short", "bare")) if every else three
+    for packed, flagged, style in each:
         call = record_calls.find(record, rank, bool(packed), bool(flagged), style)
         if call is not None and all((call.given, call.flags) != known for known, _ in found):
             found.append(((call.given, call.flags), call))
