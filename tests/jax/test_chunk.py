@@ -1,7 +1,5 @@
 """The Pallas kernels, in interpret mode, against the float64 definition and the torch operators."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -17,7 +15,6 @@ from tests.support.target import GPU
 
 EXACT = 2e-6  # of the largest entry of a tensor, in fp32
 PARAMETERS = ("dA_log", "ddt_bias")
-NIGHTLY = os.environ.get("KDA_OPS_NIGHTLY") == "1"
 
 # two chunks and a ragged one, grouped heads; cases that differ in values only compile once
 PLAIN = dict(T=131, H=1, HV=2, K=16, V=24)
@@ -70,14 +67,8 @@ def test_outputs_and_gradients_are_those_of_the_definition(variant, values):
     assert_exact(Case(variant, **PLAIN, **VALUES[values]))
 
 
-BOUNDED = "packed, bounded"
-SOME = [("kda", form) for form in FORMS if form != BOUNDED] + [("gdn", "packed")]
-REST = [("kda", BOUNDED)] + [("gdn", form) for form in FORMS if form != "packed"]
-
-
-@pytest.mark.parametrize(
-    "variant, form", SOME + [pytest.param(*x, marks=pytest.mark.nightly) for x in REST]
-)
+@pytest.mark.once
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_call_gives_what_the_definition_gives(variant, form):
     case = Case(variant, **FORMS[form])
     got = run(case)
@@ -111,7 +102,8 @@ def test_bf16_stays_within_the_budget(variant, values):
     in_budget(Case(variant, dtype=torch.bfloat16, **PLAIN, **VALUES[values]))
 
 
-@settings(max_examples=100 if NIGHTLY else 2, derandomize=not NIGHTLY)
+@pytest.mark.nightly
+@settings(max_examples=100)
 @given(cases(dtype=torch.float32))
 @example(Case("gdn", H=0, HV=0, T=3))
 @example(Case("kda", lengths=(0, 0), tail=2))
