@@ -11,13 +11,13 @@ import pytest
 from tests.support.fresh import ROOT, run_tests
 
 KERNELS = Path(__file__).parent
-# minutes each: at every change the same laws run natively or, those of plans, on the simulated GPU
-NIGHTLY = ("test_pieces.py", "test_plans.py", "test_promises.py")
+# at every change the same laws run natively or, those of plans, on the simulated GPU
+NIGHTLY = tuple(f"test_{name}.py" for name in "pieces plans promises tune".split())
 # two minutes together, to which the start of a process for each would add one
 SHORT = tuple(
     f"test_{name}.py"
     for name in "bfloat16 copying cotangents decays folds forgetting gates layer_operators mends "
-    "reverse_walk tune".split()
+    "reverse_walk".split()
 )
 FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
 GROUPS = [[f for f in FILES if f.name in SHORT], *([f] for f in FILES if f.name not in SHORT)]
