@@ -19,6 +19,7 @@ def small(monkeypatch):
     return small
 
 
+@pytest.mark.nightly
 def test_a_right_operator_passes(small, capsys):
     small(recurrent_kda)
     assert check.main(["--tokens", "3"]) == 0

@@ -97,6 +97,7 @@ def in_budget(case, got=None, names=None):
 
 
 @pytest.mark.xdist_group("compiled once in bf16")
+@pytest.mark.parametrize("variant", ("kda", pytest.param("gdn", marks=pytest.mark.nightly)))
 @pytest.mark.parametrize("values", VALUES)
 def test_bf16_stays_within_the_budget(variant, values):
     in_budget(Case(variant, dtype=torch.bfloat16, **PLAIN, **VALUES[values]))

@@ -64,6 +64,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(without_compiler, tm
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.nightly
 def test_resuming_a_finished_run_only_generates(without_compiler, tmp_path):
     whole = run(tmp_path, "--steps", "2")
     assert run(tmp_path, "--steps", "2", "--resume")["text"] == whole["text"]
@@ -202,6 +203,7 @@ def test_an_invariant_generator_has_the_bits_of_training(capsys):
         assert min(found.values()) > 0  # mixed batches, accepted and rejected drafts
 
 
+@pytest.mark.nightly
 def test_drafts_that_are_not_taken_back_change_the_bits(monkeypatch):
     monkeypatch.setattr(serve_bits.InvariantCache, "crop", lambda *_: None)
     with pytest.raises(SystemExit, match="the generator's bits are not the trainer's"):
@@ -219,6 +221,7 @@ def test_exported_programs_compute_what_the_module_does(capsys):
     assert "prefill" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_policy_avoids_recomputing_the_attention():
     torch._dynamo.reset()
     layers = 3
@@ -232,6 +235,7 @@ def test_a_policy_avoids_recomputing_the_attention():
             assert abs(step.gradient - keep.gradient) <= 1e-4 * keep.gradient
 
 
+@pytest.mark.nightly
 def test_a_model_of_transformers_learns_from_packed_documents(capsys):
     pytest.importorskip("transformers")
     out = finetune_transformers.main(["--steps", "30", "--tokens", "512"])
@@ -271,6 +275,7 @@ def torchrun(*words, launcher=TORCHRUN):
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_fsdp_under_torchrun_matches_one_process():
     out = torchrun("examples/fsdp.py", "--steps", "3")
     assert "rows over 2 ranks, heads over 1: a rank holds 61728 of 123456 parameters" in out
