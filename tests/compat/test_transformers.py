@@ -30,15 +30,16 @@ MIXING = ("glm5_next", "qwen4_exp")  # their other layers mix packed sequences
 # qwen3_5_moe and olmo_hybrid have the linear layers of qwen3_5
 MAIN = tuple(n for n in CONFIGS if n not in ("qwen3_5_moe", "olmo_hybrid"))
 PACKING = tuple(n for n in CONFIGS if n not in MIXING)
-# Compiling takes half a minute. qwen3_5 differs from qwen3_next only in its projections. The
-# indexer of qwen4_exp loops over tokens, which no graph holds.
-QUICK = ("kimi_linear", "qwen3_next")
-COMPILED = [
-    n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly)
-    for n in MAIN
-    if n not in ("qwen3_5", "qwen4_exp")
-]
 LENGTHS = (5, 1, 70, 64, 37)
+
+
+def to_compile(now, names):
+    """Return names of models as parameters; all but one run nightly, because compiling takes long.
+
+    The indexer of qwen4_exp loops over tokens, which no graph holds.
+    """
+    names = [n for n in names if n != "qwen4_exp"]
+    return [n if n == now else pytest.param(n, marks=pytest.mark.nightly) for n in names]
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +183,7 @@ def test_an_old_transformers_is_refused(monkeypatch):
 # --- the same results -----------------------------------------------------------------------------
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lengths", ((70,), (70, 33), (3, 1)), ids=str)
 def test_logits_loss_and_gradients_are_the_same(name, lengths):
@@ -193,14 +195,7 @@ def test_logits_loss_and_gradients_are_the_same(name, lengths):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        n if n in QUICK else pytest.param(n, marks=pytest.mark.nightly)
-        for n in CONFIGS
-        if n != "qwen4_exp"
-    ],
-)
+@pytest.mark.parametrize("name", to_compile("kimi_linear", CONFIGS))
 def test_a_model_compiled_before_enable_gives_the_same_in_one_graph(name):
     net, x = models.model(name), left_padded((20, 13))
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
@@ -242,13 +237,14 @@ def test_a_compiled_model_follows_enable_and_disable():
     assert_identical(again, want)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lengths", ((66,), (20, 7, 1)), ids=str)
 def test_generated_tokens_are_the_same(name, lengths):
     assert_generates_the_same(name, lengths)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", to_compile("qwen3_next", (n for n in MAIN if n != "qwen3_5")))
 def test_decoding_with_a_static_cache_is_one_graph(name):
     from transformers import StaticCache
 
@@ -294,11 +290,10 @@ def test_a_cache_continues_with_any_number_of_tokens(name):
 @pytest.mark.parametrize(
     "name, mode",
     [(name, "eager") for name in PACKING]
-    + [("kimi_linear", "compiled"), ("qwen3_next", "compiled")]
     + [
         pytest.param(name, "compiled", marks=pytest.mark.nightly)
         for name in PACKING
-        if name in ("bailing_hybrid", "lara_mini")
+        if name in ("kimi_linear", "qwen3_next", "bailing_hybrid", "lara_mini")
     ],
 )
 def test_packed_sequences_equal_the_sequences_alone(name, mode):

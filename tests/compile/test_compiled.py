@@ -41,6 +41,7 @@ def functional(variant, op="chunk"):
     return getattr(kda_ops, f"{op.rstrip('_')}_{variant}{'_' if op.endswith('_') else ''}")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("op", ("chunk", "recurrent"))
 def test_fullgraph_training_and_inference_with_inductor_equal_eager(variant, op):
     case = Case(variant, B=2, T=65, **FULL)
@@ -195,6 +196,7 @@ def test_a_wrong_call_is_refused_while_compiling(variant):
 # --- states in place
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))
 def test_inductor_writes_a_pool_in_place_without_copying_it(variant, op):
     pool = Pool(Case(variant, B=2, T=3, K=13, V=17, state=False, final=False), op)
@@ -367,6 +369,7 @@ def test_backward_compiles_under_compiled_autograd(variant, forward):
         torch.testing.assert_close(leaf.grad, dx)
 
 
+@pytest.mark.once
 @pytest.mark.bits
 @pytest.mark.parametrize("layout", ("contiguous", "columns"))
 @pytest.mark.parametrize("op", ("recurrent_", "chunk_"))

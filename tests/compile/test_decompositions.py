@@ -67,7 +67,7 @@ def test_a_plain_form_gives_the_results_and_gradients_of_the_operator(case):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", (CASES["packed"], CASES["norm"]), ids=("packed", "norm"))
 def test_a_graph_keeps_the_operators_that_are_not_chosen(case):
     forward, backward = f"kda.{case.name}.default", f"kda.{case.name}_bwd.default"
     assert kept(traced(case, (), trained(case))) == [forward, backward]

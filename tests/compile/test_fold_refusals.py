@@ -101,6 +101,7 @@ CONSTANTS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_a_constant_that_a_dtype_does_not_hold_is_not_folded(name, dtype):
@@ -332,6 +333,7 @@ WRITES = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("when", ("before", "after"))
 def test_nothing_folds_across_a_write_in_place(write, when):

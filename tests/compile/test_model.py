@@ -34,9 +34,12 @@ def fold(gm, inputs):
     return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("folds", (True, False), ids=("plain", "flags"))
-@pytest.mark.parametrize("training", (True, False), ids=("train", "infer"))
+@pytest.mark.parametrize(
+    "folds", (True, pytest.param(False, marks=pytest.mark.nightly)), ids=("plain", "flags")
+)
+@pytest.mark.parametrize(
+    "training", (True, pytest.param(False, marks=pytest.mark.nightly)), ids=("train", "infer")
+)
 def test_a_model_is_one_graph_and_folds_every_site(folds, training):
     torch.manual_seed(0)
     model = LanguageModel(layers=2, hidden=64, head_dim=32, gdn=False)

@@ -252,7 +252,10 @@ def walked_errors(groups, compiled):
     return rows
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.nightly)],
+)
 def test_shards_that_walk_in_training_or_not_agree_with_the_whole_call(ranks, compiled):
     for rows in ranks.run(2, walked_errors, compiled):
         assert len(rows) == (2 - compiled) * len(WALKS) * len(SPLITS)

@@ -19,6 +19,7 @@ def small(monkeypatch):
     return small
 
 
+@pytest.mark.nightly
 def test_a_right_operator_passes(small, capsys):
     small(recurrent_kda)
     assert check.main(["--tokens", "3"]) == 0
@@ -31,7 +32,7 @@ def test_a_right_operator_passes(small, capsys):
     assert lines[-1].endswith("Not checked: a TPU.")
 
 
-@pytest.mark.parametrize("fault", (1.001, jnp.nan))
+@pytest.mark.parametrize("fault", (1.001, pytest.param(jnp.nan, marks=pytest.mark.nightly)))
 def test_a_wrong_operator_fails(small, capsys, fault):
     def wrong(**x):
         o, state = recurrent_kda(**x)

@@ -144,6 +144,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("form", RECURRENT)
 def test_the_recurrence_is_the_definition(variant, form):
     case = Case(variant, l2norm=True, **RECURRENT[form])
@@ -188,7 +189,7 @@ def test_a_gate_that_overflows_has_finite_gradients():
     assert all(bool((d == 0).all()) for d in pull(jnp.ones_like(y)))
 
 
-@pytest.mark.parametrize("variant", ("kda", pytest.param("gdn", marks=pytest.mark.nightly)))
+@pytest.mark.nightly
 def test_float64_is_computed_in_float64(variant):
     script = f"""
         import torch

@@ -51,7 +51,7 @@ def close(a, b, at_most=4e-6):  # programs differ in the order of their sums
     assert max(off.values()) <= at_most, off
 
 
-@pytest.mark.parametrize("variant", ("kda", pytest.param("gdn", marks=pytest.mark.nightly)))
+@pytest.mark.nightly
 def test_grad_is_the_slope_of_the_function(variant):
     x = inputs(variant)
     d = gradients(variant)(x)
@@ -99,6 +99,7 @@ def test_vmap_maps_calls(variant):
         close({n: d[i] for n, d in found.items()}, gradients(variant)(x))
 
 
+@pytest.mark.nightly
 def test_vmap_maps_offsets():
     x = inputs("gdn", lengths=(60, 6))
     f = jitted(jax.vmap(lambda c: outputs("gdn", x | {"cu_seqlens": c})))
@@ -113,7 +114,7 @@ def test_checkpoint_recomputes_the_same_gradients():
     close(jitted(jax.grad(f))(inputs()), gradients("kda")(inputs()))
 
 
-@pytest.mark.parametrize("variant", ("kda", pytest.param("gdn", marks=pytest.mark.nightly)))
+@pytest.mark.nightly
 def test_shard_map_spreads_heads(variant):
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices; JAX was started with one")

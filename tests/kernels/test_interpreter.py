@@ -11,15 +11,20 @@ import pytest
 from tests.support.fresh import ROOT, run_tests
 
 KERNELS = Path(__file__).parent
-# minutes each: at every change the same laws run natively or, those of plans, on the simulated GPU
-NIGHTLY = ("test_pieces.py", "test_plans.py", "test_promises.py")
-# a minute together, to which the start of a process for each would add one
-SHORT = tuple(
-    f"test_{name}.py"
-    for name in "bfloat16 copying cotangents decays folds mends reverse_walk tune".split()
-)
+# at every change the same laws run natively or, those of plans, on the simulated GPU
+NIGHTLY = tuple(f"test_{name}.py" for name in "pieces plans promises tune".split())
+# each a process, whose start takes seconds; two minutes or so
+TOGETHER = [
+    [f"test_{name}.py" for name in names.split()]
+    for names in (
+        "backward forward split",
+        "bfloat16 copying cotangents decays folds forgetting gates layer_operators mends "
+        "reverse_walk",
+    )
+]
 FILES = (*sorted((KERNELS / "interpreted").glob("test_*.py")), KERNELS / "test_split.py")
-GROUPS = [[f for f in FILES if f.name in SHORT], *([f] for f in FILES if f.name not in SHORT)]
+GROUPS = [[f for f in FILES if f.name in names] for names in TOGETHER]
+GROUPS += [[f] for f in FILES if not any(f.name in names for names in TOGETHER)]
 ENVIRONMENT = dict(TRITON_INTERPRET="1", KDA_OPS_CPU="triton", HYPOTHESIS_PROFILE="interp")
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),

@@ -109,7 +109,7 @@ compiled, do = [], JITFunction._do_compile
 def count(self, *args):
     compiled.append(self.fn.__name__)
     return do(self, *args)
-call = Call(0, gate="plain", K=64, V=64, keep=True)
+call = Call(0, gate="plain", K=16, V=16, keep=True)
 run = JITFunction.run
 with offline(90, [""]) as rows:
     shown, JITFunction.run, JITFunction._do_compile = JITFunction.run, run, count

@@ -242,6 +242,7 @@ def in_halves(case, cuts):
     return {"o": o} | found | ends
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "case, cuts",
     [

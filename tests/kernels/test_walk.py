@@ -258,6 +258,7 @@ def test_a_packed_sequence_gives_the_bits_of_the_sequence_alone(name):
         assert_all_identical(walked(case, one), want)
 
 
+@pytest.mark.once
 @pytest.mark.bits
 @pytest.mark.parametrize("seen", (1, 31, 32, 33, 37, 63, 64, 65, 96))
 @pytest.mark.parametrize("case", EACH, ids=("given", "raw", "no promise", "softplus"))
@@ -266,6 +267,7 @@ def test_later_tokens_change_no_earlier_bit(case, seen):
     assert_identical(prefix, walked(case)["o"][:, :seen], "o")
 
 
+@pytest.mark.once
 @pytest.mark.bits
 @pytest.mark.parametrize("name", PER_TOKEN)
 @pytest.mark.parametrize("case", EACH, ids=("given", "raw", "no promise", "softplus"))

@@ -47,12 +47,12 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("block", (BLOCK, "import sys\n"))
+@pytest.mark.parametrize("block", (BLOCK, pytest.param("import sys\n", marks=pytest.mark.nightly)))
 def test_a_fake_training_call_needs_no_triton_no_gpu_and_no_kernels(block):
     assert python(block + FAKE).stdout == "right\n"
 
 
-@pytest.mark.parametrize("mode", ("training", "inference"))
+@pytest.mark.parametrize("mode", ("training", pytest.param("inference", marks=pytest.mark.nightly)))
 def test_the_first_call_of_a_process_may_be_compiled(mode):
     call = "torch.compile(kda_ops.chunk_kda, fullgraph=True, backend='aot_eager')"
     script = CALL.format(call=call).replace("\n    ", "\n")

@@ -47,6 +47,7 @@ def compared(folder, changes, *words, **environment):
     return found, done.returncode
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 def test_only_an_instruction_changes_the_machine_code(tmp_path):
     only = "--only bound on float32".split()

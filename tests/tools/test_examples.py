@@ -42,7 +42,7 @@ def run(folder, *arguments):
     return train.main([*SMALL, "--out", str(folder), *arguments])
 
 
-@pytest.mark.parametrize("variant", [[], ["--gdn"]])
+@pytest.mark.parametrize("variant", [[], pytest.param(["--gdn"], marks=pytest.mark.nightly)])
 def test_training_lowers_the_loss_and_writes_its_files(without_compiler, tmp_path, capsys, variant):
     result = run(tmp_path, "--steps", "30", "--lr", "1e-2", *variant)
     assert "aot_eager" in capsys.readouterr().out
@@ -64,6 +64,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(without_compiler, tm
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.nightly
 def test_resuming_a_finished_run_only_generates(without_compiler, tmp_path):
     whole = run(tmp_path, "--steps", "2")
     assert run(tmp_path, "--steps", "2", "--resume")["text"] == whole["text"]
@@ -74,9 +75,8 @@ def test_resuming_needs_a_checkpoint(tmp_path):
         run(tmp_path, "--resume")
 
 
-@pytest.mark.parametrize(
-    "mode", ["default", pytest.param("reduce-overhead", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_training_runs_under_inductor(tmp_path, monkeypatch, mode):
     torch._dynamo.reset()
     if not train.can_build_cpp():
@@ -203,6 +203,7 @@ def test_an_invariant_generator_has_the_bits_of_training(capsys):
         assert min(found.values()) > 0  # mixed batches, accepted and rejected drafts
 
 
+@pytest.mark.nightly
 def test_drafts_that_are_not_taken_back_change_the_bits(monkeypatch):
     monkeypatch.setattr(serve_bits.InvariantCache, "crop", lambda *_: None)
     with pytest.raises(SystemExit, match="the generator's bits are not the trainer's"):
@@ -220,6 +221,7 @@ def test_exported_programs_compute_what_the_module_does(capsys):
     assert "prefill" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_policy_avoids_recomputing_the_attention():
     torch._dynamo.reset()
     layers = 3
@@ -233,6 +235,7 @@ def test_a_policy_avoids_recomputing_the_attention():
             assert abs(step.gradient - keep.gradient) <= 1e-4 * keep.gradient
 
 
+@pytest.mark.nightly
 def test_a_model_of_transformers_learns_from_packed_documents(capsys):
     pytest.importorskip("transformers")
     out = finetune_transformers.main(["--steps", "30", "--tokens", "512"])
@@ -272,13 +275,16 @@ def torchrun(*words, launcher=TORCHRUN):
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_fsdp_under_torchrun_matches_one_process():
     out = torchrun("examples/fsdp.py", "--steps", "3")
     assert "rows over 2 ranks, heads over 1: a rank holds 61728 of 123456 parameters" in out
     assert "step 2: loss" in out and "losses differ by at most" in out
 
 
-@pytest.mark.parametrize("launcher, words", [((), ()), (TORCHRUN, ("--gdn",))])
+@pytest.mark.parametrize(
+    "launcher, words", [((), ()), pytest.param(TORCHRUN, ("--gdn",), marks=pytest.mark.nightly)]
+)
 def test_a_sequence_over_two_ranks_matches_one_process(launcher, words):
     out = torchrun("examples/context_parallel.py", "--length", "300", *words, launcher=launcher)
     assert "300 tokens on 2 ranks (100, 200)" in out and "dt_bias" in out

@@ -271,26 +271,27 @@ def test_tokens_of_no_sequence_have_zero_gradient(variant, H):
 
 WIDE = dict(K=70, V=40, **HEADS)
 BOUNDED = Case(gate="bounded", dtype=HALF, beta="sigmoid", H=1, HV=2, **RAGGED, **CORRELATED)
+WHOLE = [
+    replace(BOUNDED, transposed=True),
+    Case(gate="softplus", beta="neg_eigval", disable_recompute=True, **FUSED),
+    replace(BOUNDED, variant="gdn"),
+    Case(gate="blocks", dtype=BF16, beta="sigmoid", disable_recompute=True, **HEAD),
+    Case(gate="strong", dtype=BF16, safe_gate=True, K=70, V=33, T=70, transposed=True, **HEAD),
+    Case("gdn", gate="blocks", dtype=BF16, beta="neg_eigval", keys="repeated", **HEAD),
+]
+MORE = [
+    Case(gate="softplus", beta="neg_eigval", dtype=HALF, l2norm=True, B=2, T=70, **WIDE),
+    Case(gate="reset", dtype=HALF, seed=3, **HEADS, **RAGGED, **REPEATED),
+    Case("gdn", gate="reset", beta="none", K=24, V=40, strides="expanded"),
+    Case(gate="blocks", dtype=BF16, beta="neg_eigval", **HEAD, **REPEATED),
+    Case(gate="bounded", dtype=BF16, beta="sigmoid", **HEAD, **CORRELATED),
+    Case(gate="softplus", dtype=BF16, H=1, HV=2, **RAGGED),
+    Case("gdn", gate="softplus", dtype=BF16, H=1, HV=2, **RAGGED),
+]
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        replace(BOUNDED, transposed=True),
-        Case(gate="softplus", beta="neg_eigval", disable_recompute=True, **FUSED),
-        Case(gate="softplus", beta="neg_eigval", dtype=HALF, l2norm=True, B=2, T=70, **WIDE),
-        Case(gate="reset", dtype=HALF, seed=3, **HEADS, **RAGGED, **REPEATED),
-        replace(BOUNDED, variant="gdn"),
-        Case("gdn", gate="reset", beta="none", K=24, V=40, strides="expanded"),
-        Case(gate="blocks", dtype=BF16, beta="sigmoid", disable_recompute=True, **HEAD),
-        Case(gate="blocks", dtype=BF16, beta="neg_eigval", **HEAD, **REPEATED),
-        Case(gate="bounded", dtype=BF16, beta="sigmoid", **HEAD, **CORRELATED),
-        Case(gate="strong", dtype=BF16, safe_gate=True, K=70, V=33, T=70, transposed=True, **HEAD),
-        Case(gate="softplus", dtype=BF16, H=1, HV=2, **RAGGED),
-        Case("gdn", gate="blocks", dtype=BF16, beta="neg_eigval", keys="repeated", **HEAD),
-        Case("gdn", gate="softplus", dtype=BF16, H=1, HV=2, **RAGGED),
-    ],
-    ids=str,
+    "case", [*WHOLE, *(pytest.param(case, marks=pytest.mark.nightly) for case in MORE)], ids=str
 )
 def test_the_whole_backward_meets_its_budget(case):
     assert_meets_budget(case)

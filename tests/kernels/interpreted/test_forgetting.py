@@ -9,6 +9,7 @@ from tests.support.forgetting import definition, failures, forgetting
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("inside", (False, True), ids=("given", "inside"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_head_that_forgets_has_its_own_gradient(variant, dtype, inside):

@@ -31,24 +31,25 @@ SIZES = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.bits
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_call_by_a_plan_of_other_sizes_gives_the_bits_of_the_stages(sizes):
-    for strides in ("", "fused"):
-        TRITON.forget()
-        cases, want = [replace(case, strides=strides) for case in SIZES[sizes]], {}
-        for case in (*cases, *cases):
-            torch.use_deterministic_algorithms(True)  # fresh memory holds NaN
-            try:
-                got = run(case, TARGET.device)
-            finally:
-                torch.use_deterministic_algorithms(False)
-            if case not in want:
-                saved, TRITON.plans = TRITON.plans, {}
-                want[case] = run(case, TARGET.device)
-                TRITON.plans = saved
-            assert_all_identical(got, want[case])
-        assert sum(map(len, TRITON.plans.values())) < 2 * len(cases)  # some serve several sizes
+@pytest.mark.parametrize("strides", ("", "fused"))
+def test_a_call_by_a_plan_of_other_sizes_gives_the_bits_of_the_stages(strides, sizes):
+    TRITON.forget()
+    cases, want = [replace(case, strides=strides) for case in SIZES[sizes]], {}
+    for case in (*cases, *cases):
+        torch.use_deterministic_algorithms(True)  # fresh memory holds NaN
+        try:
+            got = run(case, TARGET.device)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        if case not in want:
+            saved, TRITON.plans = TRITON.plans, {}
+            want[case] = run(case, TARGET.device)
+            TRITON.plans = saved
+        assert_all_identical(got, want[case])
+    assert sum(map(len, TRITON.plans.values())) < 2 * len(cases)  # some serve several sizes
 
 
 def test_more_taps_than_a_run_has_tokens():

@@ -22,7 +22,6 @@ from tests.operators.test_pools import (  # noqa: F401, on the kernels too
     test_padding_may_have_any_accepted_count,
     test_sequences_that_share_a_slot_compute_what_each_computes_alone,
 )
-from tests.operators.test_sequences import test_later_tokens_change_no_earlier_bit  # noqa: F401, on the kernels too
 from tests.support.closeness import assert_identical
 from tests.support.steps import EDGES, Step, assert_step, random_step
 

@@ -92,7 +92,7 @@ def check_call(backend, call, launches, before):
     return True
 
 
-@settings(max_examples=max(50, settings().max_examples))
+@settings(max_examples=3 * settings().max_examples)
 @given(data=st.data())
 def test_a_plan_is_used_for_calls_that_compile_to_its_kernels(data, launches):
     BACKEND.forget()
@@ -101,7 +101,6 @@ def test_a_plan_is_used_for_calls_that_compile_to_its_kernels(data, launches):
     assert not used[0]
 
 
-@settings(max_examples=max(20, settings().max_examples // 5))
 @given(data=st.data())
 def test_a_plan_of_the_walk_is_used_for_calls_that_compile_to_it(data, launches):
     BACKEND.forget()
@@ -113,7 +112,6 @@ def test_a_plan_of_the_walk_is_used_for_calls_that_compile_to_it(data, launches)
 
 
 @pytest.mark.parametrize("kind", (chunk.Forward, chunk.Backward))
-@settings(max_examples=max(20, settings().max_examples // 5))
 @given(data=st.data())
 def test_a_plan_of_training_that_walks_is_used_for_calls_that_compile_to_it(kind, data, launches):
     BACKEND.forget()
