@@ -70,16 +70,15 @@ def serialised(ptx: str) -> bool:
     """
     if "setmaxnreg" not in ptx:
         return False
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command: list[str | Path] = [ptxas, "-v", "-arch=sm_90a", source]
+        command: list[str | Path] = [get_ptxas(90).path, "-v", "-arch=sm_90a", source]
         command += ["-o", Path(folder, "cubin")]
         said = subprocess.run(command, capture_output=True, text=True)
-    return re.search(r"C75(12|15|17)\b", said.stdout + said.stderr) is not None
+    return re.search(r"C751[124-7]\b", said.stdout + said.stderr) is not None
 
 
 def merged(ptx: str, cubin: bytes, name: str) -> bool:

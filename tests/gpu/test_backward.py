@@ -74,7 +74,7 @@ def test_the_cut_of_the_scans_changes_no_bit(monkeypatch, variant, length, force
         monkeypatch.setattr(
             tuning,
             "table",
-            lambda kernel, p, chosen=chosen: chosen.setdefault(kernel, table(kernel, p)),
+            lambda kernel, *args, chosen=chosen: chosen.setdefault(kernel, table(kernel, *args)),
         )
         found.append(run(case))
         assert [options.block_v for kernel, options in chosen.items() if "scan" in kernel] == [

@@ -96,8 +96,10 @@ def test_a_sequence_of_one_run_has_the_bits_of_a_whole_one(force):
 
 @pytest.mark.parametrize("case", (LAYER, replace(PACKED, HV=2)), ids=("dense", "packed"))
 def test_a_walk_of_runs_follows_a_scan_of_whole_sequences(case, force):
-    """So few multiprocessors that runs of 16 chunks fill them."""
-    case = replace(case, B=1, T=1100, lengths=case.lengths and (1, 1100))
+    """So few multiprocessors that runs of 16 chunks fill them, and more tokens than a run has for
+    each sequence.
+    """
+    case = replace(case, B=1, T=2100, lengths=case.lengths and (1, 2100))
     force(processors=11)
     forget_plans()
     got = run(case)
