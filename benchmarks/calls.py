@@ -34,7 +34,7 @@ class Call:
     # as walks: KDA's forward, with `keep` its training, or GDN's backward with `keep`
     # (backends/triton/stages/walk.py, walk_back.py and reverse_walk.py)
     walk: bool = False
-    states: bool = False  # training keeps states, `disable_recompute`
+    states: bool = False  # `disable_recompute`: training keeps the states too
     shares: int = 0  # programs that prepare for each one that scans, in a kernel of their own
     # so few heads that scans take half the columns each: on a GPU that has multiprocessors for all
     # of them at once

@@ -47,7 +47,7 @@ SUMMARY = {
     "KDA forward, strong": "kda fwd B8T4096H32 strong_safe fp32 kv cudnn",
     "KDA with backward, strong": "kda fwdbwd B8T4096H32 strong_safe fp32 kv cudnn",
     "KDA with backward, weak": "kda fwdbwd B1T8192H96 weak_safe fp32 kv cudnn",
-    "KDA forward, long": "kda fwd B1T65536H32 strong_safe fp32 kv cuDNN frontend 1.32 (strong)",
+    "KDA forward, long": "kda fwd B1T65536H32 strong_safe fp32 kv cudnn",
     "GDN forward": "gdn fwd B8T4096H32 softplus fp32 kv fla",
     "GDN forward, strong": "gdn fwd B8T4096H32 strong fp32 kv flashqla",
     "KDA decode, one token": "kda decode B128T1H32 bound fp32 kv fla",

@@ -9,10 +9,10 @@ in the operand dtype. gamma adds K / C floats (GDN: 1 / C). On Triton, KDA keeps
 row (`factors`) instead of u, and GDN keeps only A, the states and v_new. Kept tensors equal
 recomputed ones, so both policies give the same bits.
 
-Where training walks (`Keeps.trains`), it keeps A and P of each half of a chunk, in 2 C elements
-too. With `disable_recompute` it keeps the state that enters each half and v_new, in V + 2 K V / C
-elements more, and backward does not make them again (`stages.Walked`). Without a bound on decays it
-keeps nothing (`Keeps.trained_names`).
+Where training walks (`Keeps.trains`), it keeps A and P of each half of a chunk, in 2 C = 128 bytes
+too. With `disable_recompute` it also keeps the state that enters each half and v_new, V + 2 K V / C
+elements more, and a backward that walks does not make them again (`stages.Walked`). Without a bound
+on decays it keeps nothing (`Keeps.trained_names`).
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def walked_shapes(p: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def has_walked(A: Tensor | None) -> bool:
-    """Return whether an A, or an empty tensor in its place, is that of a walk.
+    """Return whether a walk made this A. Where no A is kept, it is None or empty.
 
-    Its shape tells. The call does not: under vmap and DTensor, forward and backward may differ in
-    heads and columns.
+    Only the shape of A tells. The call of backward does not, because under vmap and DTensor it may
+    have other heads and columns than that of forward.
     """
     return A is not None and tuple(A.shape[2:]) == WALKED
 
@@ -310,7 +310,7 @@ class Backward(Pass):
         if p.disable_recompute and A is not None and _there(given["states"]) is not None:
             names = b.keeps.names(p.rank, p.q.dtype, p.l2norm, disable_recompute=True)
             have = {n: given[n] for n in KEPT if n in names}
-        # shards of a call that walks as a whole pass on only what that call keeps
+        # if the whole call walks and its shards do not, a shard gets only what the whole call keeps
         if have and all(_kept(x) for x in have.values()):
             trace = Trace(have.pop("states"), have.pop("v_new"), given.get("o"))
             tile = b.prepare(p, have["A"]) if have.keys() == {"A"} else Tile(**have)

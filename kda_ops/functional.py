@@ -90,8 +90,9 @@ def chunk_kda(
             In 16 bits on a GPU, KDA then keeps about ``128 + 3 K + V + K V / 64`` elements per
             token and value head, instead of 64. At K = V = 128 that is 1.8 KB. GDN keeps about
             ``64 + V + K V / 64``. With ``use_qk_l2norm_in_kernel`` on a GPU, KDA keeps o too:
-            modifying o in place before backward raises an error. Where KDA's training is a walk
-            (docs/performance.md, "Memory"), it keeps 1.4 KB instead of 128 bytes, and not o. See
+            modifying o in place before backward raises an error. Where KDA's training walks
+            (docs/performance.md, "Memory"), it keeps 1.4 KB instead of 128 bytes per token and
+            value head, and not o. There the flag saves time only if backward walks too. See
             `kda_ops.chunk`.
         invariant: let the bits of o, of states and of gradients of q, k, v, g, beta and the initial
             state depend on the sequence and the head alone: not on B, T, N, HV, the GPU's number of

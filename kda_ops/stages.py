@@ -79,9 +79,9 @@ class Trace:
 
 @dataclass
 class Walked:
-    """What `Backend.train` keeps for `walk_back`, names of `KEPT`.
+    """What `Backend.train` keeps for `walk_back`: some tensors of `KEPT`, in shapes of their own.
 
-    A half of a chunk, C / 2 rows, is a chunk of its own here, but A has one tile per whole chunk.
+    Here each half of a chunk, C / 2 rows, counts as a chunk, but A has one tile per whole chunk.
     """
 
     A: Tensor | None = None  # [NT, HV, C / 2, 2 C]  of each half A and P, side by side
@@ -316,8 +316,9 @@ class Backend:
     ) -> Gradients:
         """Return the gradients of the inputs named in `need`, from what `train` has kept.
 
-        For calls with tokens and sequences that `walks_back` allows. `kept.A` is there. States and
-        v_new are both there or both made again. Gradients are given as to `reverse_scan`.
+        For calls with tokens and sequences that `walks_back` allows. `kept.A` is not None. If
+        `kept.states` and `kept.v_new` are None, the stage computes both again. Gradients are given
+        as to `reverse_scan`.
         """
         raise NotImplementedError
 

@@ -66,7 +66,7 @@ def chunk_kda(
             Without a plan, every eager call first compares the ranks' calls on the host. A plan
             from `plan_context`, made once per batch, avoids that. Compiled code exchanges lengths
             within the graph and compares nothing.
-        disable_recompute: accepted without effect.
+        disable_recompute: as for `kda_ops.chunk_kda` on a group of one rank; more ranks ignore it.
         invariant: as for `kda_ops.chunk_kda` on a group of one rank. More ranks refuse it: the
             state that enters a shard is a product of maps, with other bits than in one call.
         The other flags: as for `kda_ops.chunk_kda`.

@@ -96,8 +96,8 @@ def test_a_sequence_of_one_run_has_the_bits_of_a_whole_one(force):
 
 @pytest.mark.parametrize("case", (LAYER, replace(PACKED, HV=2)), ids=("dense", "packed"))
 def test_a_walk_of_runs_follows_a_scan_of_whole_sequences(case, force):
-    """So few multiprocessors that runs of 16 chunks fill them, and more tokens than a run has for
-    each sequence.
+    """Use so few multiprocessors that runs of 16 chunks fill them, and sequences whose average
+    length is above that of a run.
     """
     case = replace(case, B=1, T=2100, lengths=case.lengths and (1, 2100))
     force(processors=11)

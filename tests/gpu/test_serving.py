@@ -280,7 +280,7 @@ def test_views_of_a_packed_projection_have_the_bits_of_copies_and_cost_none(vari
 
     def peak(f):
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # a cached block that is a little larger would count whole
+        torch.cuda.empty_cache()  # else the peak counts all of a cached block that is a bit larger
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         result = f()

@@ -74,7 +74,7 @@ def test_what_is_kept_is_near_the_definition_and_runs_give_the_same_bits(name):
 @pytest.mark.parametrize("shares", (0, 2, 3))
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_states_are_those_made_again(name, shares, force):
-    """No other place is written: unset ones are NaN in both."""
+    """Other places are unset in both, which is NaN here."""
     force(walk=True, shares=shares)
     case = replace(KEPT[name], disable_recompute=True)
     p = Problem.parse(1, *case.inputs(CUDA).values(), **case.flags())
@@ -180,7 +180,7 @@ def test_a_training_step_has_the_same_bits_for_any_strides_and_either_policy(nam
                     step(replace(case, disable_recompute=keep), inputs=inputs), want
                 )
     plans = [str(plan) for some in TRITON.plans.values() for plan in some]
-    assert all("walk_kda[" in plan for plan in plans)  # or "reverse_walk_kda["
+    assert all("walk_kda[" in plan for plan in plans)  # "reverse_walk_kda[" contains it too
     assert any("Copy(" in plan for plan in plans)
 
 

@@ -75,8 +75,8 @@ def test_every_form_of_a_call_gives_what_the_definition_gives(variant, form):
     assert_exact(case, got)
     in_budget(case, got)
     if form == "packed":
-        # gradients of gate parameters gather no errors of tokens; they would, to 1e-5, were what a
-        # row adds to the state in the suffix sum
+        # the gradients of gate parameters do not gather the errors of tokens; they would, up to
+        # 1e-5, if the suffix sum contained what a row adds to the state
         off = errors(got, oracle(case, need(got)))
         assert max(off[n] for n in PARAMETERS) <= EXACT, off
 

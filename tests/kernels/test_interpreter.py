@@ -11,9 +11,9 @@ import pytest
 from tests.support.fresh import ROOT, run_tests
 
 KERNELS = Path(__file__).parent
-# at every change the same laws run natively or, those of plans, on the simulated GPU
+# nightly, because at every change the same laws run natively or, for plans, on the simulated GPU
 NIGHTLY = tuple(f"test_{name}.py" for name in "pieces plans promises tune".split())
-# each a process, whose start takes seconds; two minutes or so
+# files that share a process, because its start takes seconds; a group takes about two minutes
 TOGETHER = [
     [f"test_{name}.py" for name in names.split()]
     for names in (

@@ -89,7 +89,7 @@ def test_states_made_again_are_those_of_forward(name):
 @pytest.mark.parametrize("shares", (0, 2))
 @pytest.mark.parametrize("name", CASES)
 def test_kept_states_are_those_made_again(name, shares, force):
-    """No other place is written: unset ones are NaN in both."""
+    """Other places are unset in both, which is NaN here."""
     force(shares=shares)
     case = CASES[name]
     _, want = trained(case)

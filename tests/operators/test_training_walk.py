@@ -67,7 +67,7 @@ def test_forward_keeps_a_and_if_asked_the_states_of_halves(walks, case, keep):
     case = replace(case, disable_recompute=keep)
     _, *kept = forward(case)
     there = {n: tuple(x.shape) for n, x in zip(KEPT, kept) if x.shape != (0,)}
-    # T = 70 or 4 sequences in 101 tokens: 2 or 5 chunks, of 32 tokens 3 or 7
+    # T = 70 has 2 chunks and 3 halves; 4 sequences in 101 tokens have places for 5 and 7
     chunks, halves = (5, 7) if case.lengths else (2, 3)
     states = dict(states=(halves, case.HV, case.V, case.K), v_new=(halves, case.HV, 32, case.V))
     assert there == {"A": (chunks, case.HV, 32, 128)} | (states if keep else {})
@@ -157,7 +157,7 @@ def test_backward_reads_the_a_of_other_stages_as_they_do(monkeypatch):
         return prepare(p, A, *args, **options)
 
     monkeypatch.setattr(BACKEND, "prepare", note)
-    # shards of a call that walks as a whole have kept more, and pass on what that call keeps
+    # shards of a call that walks as a whole keep more, but get only what the whole call keeps
     for keep, names in ((False, ("A",)), (True, ("A",)), (True, ("A", "states", "v_new"))):
         passed = [x if n in names else x.new_empty(0) for n, x in zip(KEPT, kept[1:])]
         with training_walks(BACKEND) as walks:

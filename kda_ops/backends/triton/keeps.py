@@ -42,7 +42,10 @@ class AsGiven(Keeps):
         return tuning.walks(p)
 
     def trained_names(self, p: Problem) -> frozenset[str]:
-        """Return nothing if decays have no bound, because no kernel of backward reads it then."""
+        """Return what a walk in training keeps: nothing without a bound on decays.
+
+        No kernel of backward could read it there.
+        """
         from kda_ops.backends.triton import tuning
 
         return super().trained_names(p) if tuning.centred(p) else frozenset()

@@ -576,7 +576,7 @@ def names(kernel: str, p: Problem | Widths, length: int | None = None) -> Iterat
 
 
 def leaves_room(p: Problem) -> bool:
-    """Return whether the scan and the reverse scan should run at once, on two streams.
+    """Return whether two scans of a call should run at once, on two streams.
 
     They are independent. Both must fit on the device, and be long enough to repay the second
     stream.

@@ -156,7 +156,7 @@ def from_span(x, span, cu_seqlens, T, x_b, x_t, x_h):
 
 @aggregate
 class Column:
-    """A number per token of a head: where that of the first token lies, or None, and its stride."""
+    """One number per token of a head: the address of the first, or None, and the stride."""
 
     first: gl.tensor | gl.constexpr
     step: gl.tensor

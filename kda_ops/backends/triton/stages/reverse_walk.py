@@ -301,7 +301,7 @@ def reverse_walk(
         wide = (p.V, p.K) if p.transposed else (p.K, p.V)
         dinitial = as_kv(p, new(q, "dinitial_state", (p.N, p.HV, *wide), torch.float32))
     dfinal = None if dfinal_state is None or dfinal_state.dim() == 1 else as_kv(p, dfinal_state)
-    # neither needs the other, and the scan of few heads leaves multiprocessors idle
+    # the scan and the maps are independent, and with few heads the scan leaves room for the maps
     with overlap_scans(p) as on_side_stream:
         if trace is None:
             with on_side_stream:

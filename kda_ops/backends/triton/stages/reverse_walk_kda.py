@@ -118,7 +118,10 @@ class Buffers:
 
 @aggregate
 class Inputs:
-    """What is copied to shared memory, at which columns the head lies in it, and at which row."""
+    """Inputs to copy to shared memory: the head's first column in each, for AP its first row.
+
+    S and u are found by `tiles`.
+    """
 
     q: tensor_descriptor
     k: tensor_descriptor
@@ -141,7 +144,7 @@ class Inputs:
 
 @aggregate
 class Outputs:
-    """Where the gradients go; those of a last block with fewer than 32 rows to the last three."""
+    """Where the gradients go. A last block of fewer than 32 rows goes to the last three."""
 
     dq: tensor_descriptor
     dk: tensor_descriptor

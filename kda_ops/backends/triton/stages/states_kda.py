@@ -89,7 +89,7 @@ class Buffers:
 
 @aggregate
 class Inputs:
-    """What is copied to shared memory, at which columns the head lies in it, and at which row."""
+    """Inputs to copy to shared memory: the head's first column in each, for AP its first row."""
 
     k: tensor_descriptor
     v: tensor_descriptor

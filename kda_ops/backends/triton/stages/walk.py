@@ -1,8 +1,8 @@
 """Run KDA's prepare and scan as one kernel, the walk over the chunks of each head.
 
 Here are the conditions under which it runs and its launch. The walk itself is `walk_kda`. If
-decays have a bound, training keeps A' and P of it, from which `states_kda` makes the states again
-in backward. With `disable_recompute` the walk writes the states itself.
+decays have a bound, training keeps A' and P, and in backward `states_kda` makes the states and u
+again from A'. With `disable_recompute` the walk writes the states and u itself.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def registers(p: Problem) -> int:
 def walk(p: Problem, o: Tensor, final_state: Tensor | None, keep: Walked | None = None) -> None:
     """Write o and the final state, as `kda_ops.stages.Backend.scan` does.
 
-    Training passes `keep`, which is written too. Its A is [NT, HV, 32, 128], seen as
+    Training passes `keep`, whose tensors are written too. `keep.A` is [NT, HV, 32, 128], seen as
     [NT, HV, 2, 32, 64]. Columns 0 to 31 of a half get its A', and columns 32 to 63 its P
     (`walk_kda`), which `factor_of_P` completes.
 
@@ -204,7 +204,7 @@ def factor_of_P(p: Problem) -> float:
 
 
 def states(p: Problem, AP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `new_states` allocates, from the A' and P that forward kept."""
+    """Make what `new_states` allocates again, from the A' that forward has kept, and return it."""
     assert STATES is not None and p.g is not None  # as `tuning.walks` has checked
     S, u = new_states(p)
     if p.N == 0 or p.B * p.T == 0:

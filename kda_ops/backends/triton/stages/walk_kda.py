@@ -148,7 +148,7 @@ class Buffers:
 
 @aggregate
 class Inputs:
-    """What `produce` copies besides v, and at which columns the head lies in it."""
+    """The inputs that `produce` copies, except v, and the first column of this head in each."""
 
     q: tensor_descriptor
     k: tensor_descriptor
@@ -173,7 +173,7 @@ class Output:
     scale: gl.tensor
     S: gl.tensor | gl.constexpr  # [halves, HV, V, K], or None
     u_d: tensor_descriptor | gl.constexpr  # [halves, HV, 32, V] in blocks of 64 columns, or None
-    halves: Tiles | gl.constexpr  # likewise
+    halves: Tiles | gl.constexpr  # where the halves lie in S and u, or None
 
     @gluon.constexpr_function
     def __init__(self, o_d, o, HV, scale, S, u_d, halves):
@@ -185,7 +185,7 @@ class Output:
 
 @aggregate
 class Snapshots:
-    """Which states are written on the way: after every so many chunks, up to so many times."""
+    """When the state is written on the way: after each `every` chunks, at most `columns` times."""
 
     every: gl.tensor
     columns: gl.tensor
@@ -698,8 +698,8 @@ def scan(x, on, span, to, beta, states, snapshots, resumed, flags, NORM: gl.cons
 def keep_state(b_S, to, half, there):
     """Keep b_S [V, K] bf16, the state that enters a half of a chunk, if there is such a half.
 
-    Of the layout of products, two columns of a thread become eight in a row. They move inside a
-    warp, through shared memory.
+    A product leaves two neighbouring columns of a row in each thread. C gives each thread eight, so
+    that it stores 16 bytes at once. The columns move inside a warp, through shared memory.
     """
     C: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]],
@@ -722,7 +722,7 @@ def keep_state(b_S, to, half, there):
 
 @gluon.jit
 def keep_u(u_b, to, n, here):
-    """Keep u [64, V] of chunk n, which lies in shared memory, and wait until it is read."""
+    """Copy u [64, V] of chunk n from shared memory to where it is kept, and wait for the copy."""
     for h in gl.static_range(2):
         # the second half may have no tokens: then it has no place, and is out of range
         row = gl.where(here > h * 32, to.halves.at(2 * n + h) * 32, FAR)
