@@ -77,7 +77,7 @@ def serialised(ptx: str) -> bool:
         source.write_text(ptx)
         command: list[str | Path] = [get_ptxas(90).path, "-v", "-arch=sm_90a", source]
         command += ["-o", Path(folder, "cubin")]
-        said = subprocess.run(command, capture_output=True, text=True)
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
     return re.search(r"C751[124-7]\b", said.stdout + said.stderr) is not None
 
 

@@ -40,10 +40,9 @@ if _INTERPRETED and importlib.util.find_spec("triton"):
 
     mend()
 _DEVICE = os.environ.get("KDA_OPS_TEST_DEVICE", "cpu") != "cpu"
+_SAME = os.environ.get("CI") and os.environ.get("KDA_OPS_NIGHTLY") != "1"  # the same cases
 settings.load_profile(
-    os.environ.get(
-        "HYPOTHESIS_PROFILE", "device" if _DEVICE else "ci" if os.environ.get("CI") else "dev"
-    )
+    os.environ.get("HYPOTHESIS_PROFILE", "device" if _DEVICE else "ci" if _SAME else "dev")
 )
 
 # on a device only the laws of the contract run: the rest would run on the CPU again, and tests/gpu

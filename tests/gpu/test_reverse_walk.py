@@ -108,6 +108,20 @@ def test_a_walk_of_runs_follows_a_scan_of_whole_sequences(case, force):
     assert_meets_budget(case, got=got)
 
 
+@pytest.mark.parametrize("case", (LAYER, replace(PACKED, HV=2)), ids=("dense", "packed"))
+def test_a_scan_beside_the_maps_of_a_walk_changes_no_bit(case, force):
+    case = replace(case, B=1, T=2100, lengths=case.lengths and (1, 2100))
+    inputs, cotangents = case.inputs(CUDA), case.cotangents(CUDA)
+    force(processors=11, leaves_room=False)
+    want = run(case, inputs=inputs, cotangents=cotangents)
+    force(leaves_room=True)
+    forget_plans()
+    for _ in range(5):  # the first makes the plan
+        got = run(case, inputs=inputs, cotangents=cotangents)
+        assert_all_identical(got, want)
+    assert has_walked() and "wait" in last_plan().lower()
+
+
 def test_a_small_strength_has_a_gradient(force):
     """The walk divides sums by beta, so a beta of 0 counts as 2^-64 there."""
     SMALL = reverse_walk.SMALL.value

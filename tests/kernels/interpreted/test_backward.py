@@ -170,6 +170,32 @@ def test_all_of_what_is_kept_is_written(variant, poisoned_scratch):
     assert all(x.isfinite().all() for x in kept)
 
 
+@pytest.mark.parametrize("kept", (False, True))
+def test_what_is_kept_may_come_back_with_other_strides(variant, kept):
+    case = Case(variant, B=1, T=70, dtype=HALF, l2norm=True, disable_recompute=kept, **HEADS)
+    want = run(case)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (x.mT.contiguous(), True) if x.dim() == 4 and x.shape[0] == 2 else (x, False),
+        lambda packed: packed[0].mT if packed[1] else packed[0],
+    ):  # the kept tensors of two chunks
+        assert_all_identical(run(case), want)
+
+
+@pytest.mark.parametrize("kept", (False, True))
+def test_a_mapped_backward_of_one_head_reads_what_is_kept(variant, kept):
+    """`vmap` expands what is kept; with one head, the result is a view of stride 0."""
+    case = Case(variant, T=70, dtype=HALF, l2norm=True, disable_recompute=kept, **HEAD)
+    inputs = case.inputs()
+
+    def attend(v):
+        return overload(variant, "chunk")(*(inputs | dict(v=v)).values(), **case.flags())[0]
+
+    o, pull = torch.func.vjp(attend, inputs["v"])
+    do = torch.randn(3, *o.shape).half()
+    (got,) = torch.func.vmap(pull)(do)
+    assert_identical(got, torch.stack([pull(x)[0] for x in do]), "dv")
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("neg_eigval", (False, True))
 def test_float16_keeps_the_gradient_of_a_small_beta(variant, neg_eigval):

@@ -19,7 +19,9 @@ from kda_ops.backends.triton import tuning
 from kda_ops.backends.triton.device.tile import spans
 from kda_ops.checks import check_no_overlap
 from kda_ops.operators import VARYING, Operator
-from kda_ops.stages import Pass
+from kda_ops.stages import KEPT, Pass
+
+MADE = frozenset((*KEPT, "AP", "runs", "starts"))  # names of tensors that other operators make
 
 
 class CallKey(NamedTuple):
@@ -104,7 +106,7 @@ class Reader(NamedTuple):
 
     `lengths` returns the lengths that vary, by letter, then the others, then the tensors without
     placeholders. It returns None if there is nothing to compute, if a letter has two lengths, or if
-    a tensor has other axes than its record says. Kernels read `dense` tensors with stride 1.
+    a tensor has other axes than its record says. Kernels read `dense` tensors as contiguous ones.
     """
 
     lengths: Callable[..., tuple[tuple, tuple, tuple] | None]
@@ -113,11 +115,15 @@ class Reader(NamedTuple):
 
 @cache
 def reader(operator: Operator) -> Reader:
-    """Read a record: compile `source`, and find what may have a single axis, which is dense."""
+    """Read a record: compile `source`, and find what is dense.
+
+    That is what may have a single axis, and what another operator has made. `vmap` and hooks of
+    saved tensors may have given that other strides.
+    """
     made: dict[str, Any] = {}
     exec(source(operator), made)
     sure = {n: len(operator.axes_of(n)) - operator.may_lack_last(n) for n in operator.names}
-    return Reader(made["lengths"], frozenset(n for n, axes in sure.items() if axes == 1))
+    return Reader(made["lengths"], frozenset(n for n, a in sure.items() if a == 1 or n in MADE))
 
 
 def source(operator: Operator) -> str:

@@ -301,13 +301,16 @@ def reverse_walk(
         wide = (p.V, p.K) if p.transposed else (p.K, p.V)
         dinitial = as_kv(p, new(q, "dinitial_state", (p.N, p.HV, *wide), torch.float32))
     dfinal = None if dfinal_state is None or dfinal_state.dim() == 1 else as_kv(p, dfinal_state)
-    # the scan and the maps are independent, and with few heads the scan leaves room for the maps
-    with overlap_scans(p) as on_side_stream:
-        if trace is None:
+    if run and trace is None:
+        # both are independent, and with few heads the scan leaves room for the maps
+        with overlap_scans(p) as on_side_stream:
             with on_side_stream:
                 trace = scan(p, tile, None, None, keep=True)
-        if run:
             dfinal = enter_runs(p, tile, Runs(p, run), do, dfinal)
+    elif run:
+        dfinal = enter_runs(p, tile, Runs(p, run), do, dfinal)
+    elif trace is None:
+        trace = scan(p, tile, None, None, keep=True)
     assert trace is not None  # keep=True returns one
     launch(
         KERNEL.reverse_walk_gdn,
