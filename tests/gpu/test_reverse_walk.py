@@ -119,7 +119,7 @@ def test_a_scan_beside_the_maps_of_a_walk_changes_no_bit(case, force):
     for _ in range(5):  # the first makes the plan
         got = run(case, inputs=inputs, cotangents=cotangents)
         assert_all_identical(got, want)
-    assert has_walked() and "wait" in last_plan().lower()
+    assert has_walked() and "Wait(" in last_plan()
 
 
 def test_a_small_strength_has_a_gradient(force):
