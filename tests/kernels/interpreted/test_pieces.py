@@ -7,6 +7,7 @@ import kda_ops
 from kda_ops.backends.triton.stages.gradient import sum_parts
 from kda_ops.backends.triton.tuning import force
 from kda_ops.problem import Problem
+from tests.operators.test_sequences import test_later_tokens_change_no_earlier_bit  # noqa: F401, on the kernels too
 from tests.support.calls import as_leaves, forward, run
 from tests.support.cases import Case, replace
 from tests.support.closeness import assert_all_identical, assert_identical
